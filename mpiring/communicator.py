@@ -22,7 +22,8 @@ from .engine.scalars import SCALARS, OnScalar, array_of_scalar
 from .engine.short_gpu import ShortOnGpu, is_short
 from .errors import ConfigError
 from .gpu.arrays import device_named, seen_on_gpu, vector_of
-from .gpu.device import Device, Event, UserStream
+from .gpu.device import Device
+from .gpu.interface import Event, UserStream
 from .launch.forks import OfRank
 from .memory.arrays import dtype_name
 from .memory.reduction import reduction

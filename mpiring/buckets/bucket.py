@@ -16,7 +16,8 @@ from ..arguments import whole_number
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.arrays import vector_of
-from ..gpu.device import Device, Event, await_event
+from ..gpu.device import Device
+from ..gpu.interface import Event, await_event
 from ..memory.arrays import CACHE_LINE_BYTES, Array, aligned_bounds, is_finite
 
 # The first buckets are short, because more computation remains to hide a transfer that starts

@@ -19,6 +19,7 @@ def allreduce(operation: Operation, x: Any, op: str, combine: Combine) -> Schedu
     """Combine the vector `x` over all ranks, in place."""
     if nccl.reduces(op, x.dtype):
         operation.nccl.allreduce(x, op)
+        operation.count_sent(2 * operation.least_sent(x.nbytes))
         combine.finish(x)
         yield ()
     else:
@@ -33,6 +34,7 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
     slices: Any = cut(x, bounds)
     if nccl.reduces(op, x.dtype):
         operation.nccl.reduce_scatter(slices, op)
+        operation.count_sent(operation.least_sent(x.nbytes))
         combine.finish(slices[operation.rank])
         yield ()
     else:
@@ -43,6 +45,7 @@ def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule
     """Copy slice r of the vector `x` of rank r to all ranks."""
     slices: Any = cut(x, bounds)
     operation.nccl.allgather(slices)
+    operation.count_sent(operation.least_sent(x.nbytes))
     yield ()
 
 
@@ -54,7 +57,7 @@ def combine_chunks(operation: Operation, chunks: Sequence[Any],
         arriving: Any = cut(inbox, range(0, inbox.size + 1, max(own.size, 1)))
         others = [rank for rank in range(operation.size) if rank != operation.rank]
         receives = dict(zip(others, arriving)) if own.size else {}
-        operation.nccl.exchange({rank: chunks[rank] for rank in others}, receives)
+        _exchange(operation, {rank: chunks[rank] for rank in others}, receives)
         if own.size:
             combine.combine([receives.get(rank, own) for rank in range(operation.size)], own)
     yield ()
@@ -63,12 +66,14 @@ def combine_chunks(operation: Operation, chunks: Sequence[Any],
 def allgather_chunks(operation: Operation, chunks: Sequence[Any]) -> Schedule[None]:
     """Copy vector r of `chunks` of rank r, which may be anywhere, to all ranks."""
     operation.nccl.allgather_vectors(chunks)
+    operation.count_sent(operation.least_sent(sum(x.nbytes for x in chunks)))
     yield ()
 
 
 def broadcast(operation: Operation, x: Any, root: int) -> Schedule[None]:
     """Copy the vector `x` of rank `root` to all ranks."""
     operation.nccl.broadcast(x, root)
+    operation.count_sent(operation.least_sent(x.nbytes))
     yield ()
 
 
@@ -76,8 +81,14 @@ def exchange(operation: Operation, sends: Mapping[int, Any],
              receives: Mapping[int, Any]) -> Schedule[None]:
     """Send `sends[r]` to rank r, and receive `receives[r]` from it; both may have this rank."""
     rank = operation.rank
-    operation.nccl.exchange({other: x for other, x in sends.items() if other != rank},
-                            {other: x for other, x in receives.items() if other != rank})
+    _exchange(operation, {other: x for other, x in sends.items() if other != rank},
+              {other: x for other, x in receives.items() if other != rank})
     if rank in sends and rank in receives:
         copy_to(receives[rank], sends[rank])
     yield ()
+
+
+def _exchange(operation: Operation, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> None:
+    operation.nccl.exchange(sends, receives)
+    operation.count_sent(sum(
+        x.nbytes for rank, x in sends.items() if rank not in operation.node.ranks))

@@ -131,5 +131,11 @@ class Operation(Protocol):
     def reduce_scatter_chunks(self, chunks: Sequence[Array], *, op: str = "sum") -> Schedule[None]:
         """Combine `chunks[r]` of all ranks on rank r; each rank sends it there directly."""
 
+    def least_sent(self, nbytes: int) -> int:
+        """Return the least bytes that each rank must send if data goes from one to all nodes."""
+
+    def count_sent(self, nbytes: int) -> None:
+        """Count bytes that a library sends to other nodes for this rank."""
+
     def native_allreduce(self, x: Array, op: str) -> Schedule[None]:
         """Combine `x` over all ranks, in place, by MPI's own call."""

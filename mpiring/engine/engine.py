@@ -21,6 +21,7 @@ from ..errors import (
     ClosedError, MpiringError, ProcessFailedError, StallError, TransportError)
 from ..launch import forks
 from ..launch.ending import JobEnder
+from ..operations.on_device import GpuOperations
 from ..record.counter import OperationCounter
 from ..record.recorder import Recorder
 from ..transport import waiting
@@ -90,6 +91,7 @@ class Engine(forks.OfRank):
         self._config = config
         self._queues: list[OperationQueue] = []
         self._gates: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
+        self._gpus: weakref.WeakSet[GpuOperations] = weakref.WeakSet()
         self._blocking: list[Handle[Any]] = []
         self._waiting: set[int] = set()
         self._waiting_lock = threading.Lock()
@@ -121,9 +123,14 @@ class Engine(forks.OfRank):
             self._thread.start()
         return queue
 
-    def guard(self, counter: OperationCounter) -> None:
-        """Prevent fast calls of a communicator once any operation has failed."""
+    def guard(self, counter: OperationCounter, gpus: GpuOperations) -> None:
+        """Prevent fast calls of a communicator, and free its GPUs, once any operation has failed.
+
+        The GPUs are freed when a caller gets the error. Until then, the program must wait for
+        results that are undefined.
+        """
         self._gates.add(counter)
+        self._gpus.add(gpus)
         if self.failure is not None:
             counter.close(GATE_FAILED)
 
@@ -297,18 +304,25 @@ class Engine(forks.OfRank):
         if self.failure is None:
             self._failed = task
             self._fail_with(error)
-            self._failure_noticed = threading.current_thread() is not self._thread
+            if threading.current_thread() is not self._thread:
+                self._notice_failure()
 
     def _fail_with(self, error: BaseException) -> None:
         self.failure, self.failed_s = error, time.monotonic()
         for counter in tuple(self._gates):
             counter.close(GATE_FAILED)
 
+    def _notice_failure(self) -> None:
+        """Prepare to raise the failure in a thread of the program."""
+        self._failure_noticed = True
+        for gpus in tuple(self._gpus):
+            gpus.end_calls()
+
     def raise_failure(self) -> None:
         """Raise the first error of any operation, if there is one."""
         if self.failure is not None:
-            first, self._failure_noticed = not self._failure_noticed, True
-            if first:
+            if not self._failure_noticed:
+                self._notice_failure()
                 raise self.failure
             raise TransportError(
                 f"an earlier operation failed: {self.failure!r}") from self.failure

@@ -11,7 +11,8 @@ from ..collectives.native import Turns
 from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import ClosedError
-from ..gpu.device import Device, Event, UserStream, settled
+from ..gpu.device import Device
+from ..gpu.interface import Event, UserStream, settled
 from ..jit import cache
 from ..launch import exits, forks, silence
 from ..launch.cache import folder_of
@@ -92,7 +93,6 @@ class Group(forks.OfRank):
         self._watch = StallWatch(self.rank, self.size, self._mailbox, config, self.engine.report,
                                  self._counter)
         self.queue = self.engine.join(self._watch)
-        self.engine.guard(self._counter)
         if self.recorder.trace is not None:
             self._counter.close(GATE_TRACED)
         is_fast = config.rounds != "off" and len(self.sharing.memory_groups) == 1
@@ -108,6 +108,7 @@ class Group(forks.OfRank):
         """Create empty pools, which releases the memory of earlier operations."""
         self.windows = windows = Windows()
         self.gpus = GpuOperations(windows, self.run, self.config)
+        self.engine.guard(self._counter, self.gpus)
         self._resources = Resources(
             self._transport, Turns(), Scratch(keep=self.config.operations_in_flight), windows,
             self.sharing.order, self.sharing.memory_groups, self.config.algorithm,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
-from ..gpu.device import Queued, settled
+from ..gpu.interface import Queued, settled
 from ..launch.forks import OfRank
 from ..record.flight import Flight
 from ..transport import waiting

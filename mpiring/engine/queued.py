@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..gpu.device import Event, Queued, UserStream
+from ..gpu.interface import Event, Queued, UserStream
 from ..operations.agreement import Call
 from ..operations.collectives import Build
 from ..operations.on_device import GpuContext, QueuedWork

@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ..gpu.arrays import on_stream
-from ..gpu.device import DeviceVector, Stream
+from ..gpu.interface import DeviceVector, Stream
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.collectives import Build, Collectives, returning

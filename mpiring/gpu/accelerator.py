@@ -20,7 +20,8 @@ from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
 from ..remedies import pip_install_cupy
-from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, Program, failed
+from .device import Device
+from .interface import Alarm, DeviceVector, Event, Flags, Gpu, Mark, Program, failed
 from .warps import WarpKernel
 
 # cudaHostRegisterPortable; HIP uses the same value.

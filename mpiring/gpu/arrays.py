@@ -15,7 +15,8 @@ from numpy.lib.stride_tricks import as_strided
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import flat
 from ..memory.tensors import GPU_TYPES, array_of, is_tensor, numpy_dtype, refuse_gaps
-from .device import Device, DeviceVector, Event, Stream
+from .device import Device
+from .interface import DeviceVector, Event, Stream
 
 if TYPE_CHECKING:
     import torch

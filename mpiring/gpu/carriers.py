@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .device import Device, DeviceVector, Event, Staging
+from .device import Device, Staging
+from .interface import DeviceVector, Event
 
 if TYPE_CHECKING:
     import torch

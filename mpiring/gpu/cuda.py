@@ -19,8 +19,8 @@ from ..errors import ConfigError, MissingDependencyError, TransportError
 from ..memory.arrays import COMPLEX, FLOATING, Array, data_address, dtype_name
 from ..remedies import pip_install_cupy
 from . import kernels
-from .device import (Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, Program,
-                     await_event, failed)
+from .device import Device
+from .interface import Alarm, DeviceVector, Event, Flags, Gpu, Mark, Program, await_event, failed
 from .kernels import Kernel
 from .stream_memory import ALL_BITS, Barrier, driver
 from .warps import WARP, WarpKernel

@@ -15,7 +15,7 @@ The source is nccl.h of NCCL 2.28; the functions are those of 2.13 and newer.
 import ctypes
 import importlib.util
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,12 @@ import numpy as np
 from ..errors import MissingDependencyError, TransportError
 from ..memory.arrays import COMPLEX, dtype_name
 from ..remedies import pip_install
-from .device import Device, DeviceVector, address_of
+from .device import Device
+from .interface import DeviceVector, address_of
 
 IDENTITY_BYTES = 128
+# Longest time for which an abort waits for a call of another thread.
+_CALL_S = 1.0
 _SUCCESS, _IN_PROGRESS = 0, 7
 # Values of ncclRedOp_t. NCCL's maxima and minima of floating numbers drop NaN.
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
@@ -178,6 +181,9 @@ class Nccl:
         self.library, self.rank, self.size = library, rank, size
         self._device = device
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
+        # Held while a thread queues work, for which NCCL may have to connect ranks, and while a
+        # thread asks for errors. They are reentrant because of signal handlers.
+        self._calling, self._checking = threading.RLock(), threading.RLock()
         with device.gpu.current():
             library.call("CommInitRank", ctypes.byref(self._handle), size,
                          _Identity.from_buffer_copy(identity), rank)
@@ -195,7 +201,8 @@ class Nccl:
     def check(self) -> None:
         """Raise TransportError if NCCL has noticed an error since the last call."""
         status = ctypes.c_int()
-        self.library.call("CommGetAsyncError", self._open, ctypes.byref(status))
+        with self._checking:
+            self.library.call("CommGetAsyncError", self._open, ctypes.byref(status))
         if status.value not in (_SUCCESS, _IN_PROGRESS):
             raise TransportError(
                 f"rank {self.rank}: {self} has failed: {self.library.error(status.value)}; "
@@ -207,54 +214,58 @@ class Nccl:
         if handle is not None:
             self.library.call("CommDestroy", handle)
 
-    def abort(self, limit_s: float) -> None:
+    def abort(self) -> None:
         """End all queued calls, whose results are then undefined. Not collective.
 
-        Return at the latest after `limit_s`, because NCCL may never end them.
+        It returns at once, because NCCL may never end them.
         """
-        handle, self._handle = self._handle, None
+        with self._checking:
+            handle, self._handle = self._handle, None
         if handle is not None:
-            thread = threading.Thread(
-                target=self.library.call, args=("CommAbort", handle), daemon=True)
-            thread.start()
-            thread.join(limit_s)
+            threading.Thread(target=self._abort, args=(handle,), daemon=True).start()
+
+    def _abort(self, handle: ctypes.c_void_p) -> None:
+        # A call of another thread soon returns, unless it waits for another rank.
+        self._calling.acquire(timeout=_CALL_S)
+        with suppress(TransportError):
+            self.library.call("CommAbort", handle)
 
     def allreduce(self, x: DeviceVector, op: str) -> None:
         """Combine vectors in place, for what NCCL `reduces`."""
         op_number, dtype, parts = self._numbers(op, x)
-        self._queue("AllReduce", (x, x), parts * x.size, dtype, op_number)
+        self._queue([("AllReduce", (x, x), (parts * x.size, dtype, op_number))])
 
     def reduce_scatter(self, slices: Sequence[DeviceVector], op: str) -> None:
         """Combine the slices of a vector, in place, each on its rank, for what NCCL `reduces`."""
         op_number, dtype, parts = self._numbers(op, slices[0])
         own = slices[self.rank]
-        if _are_equal(slices):
-            self._queue("ReduceScatter", (slices[0], own), parts * own.size, dtype, op_number)
-            return
-        self._group([("Reduce", (x, x), (parts * x.size, dtype, op_number, rank))
-                     for rank, x in enumerate(slices)])
+        self._queue(
+            [("ReduceScatter", (slices[0], own), (parts * own.size, dtype, op_number))]
+            if _are_equal(slices) else
+            [("Reduce", (x, x), (parts * x.size, dtype, op_number, rank))
+             for rank, x in enumerate(slices)])
 
     def allgather(self, slices: Sequence[DeviceVector]) -> None:
         """Copy the slices of a vector, each from its rank, to all ranks."""
         own = slices[self.rank]
         if _are_equal(slices):
-            self._queue("AllGather", (own, slices[0]), own.nbytes, _BYTE)
+            self._queue([("AllGather", (own, slices[0]), (own.nbytes, _BYTE))])
         else:
             self.allgather_vectors(slices)
 
     def allgather_vectors(self, vectors: Sequence[DeviceVector]) -> None:
         """Copy vectors, which may be anywhere, each from its rank, to all ranks."""
-        self._group([("Broadcast", (x, x), (x.nbytes, _BYTE, rank))
+        self._queue([("Broadcast", (x, x), (x.nbytes, _BYTE, rank))
                      for rank, x in enumerate(vectors)])
 
     def broadcast(self, x: DeviceVector, root: int) -> None:
         """Copy the vector of rank `root` to all ranks."""
-        self._queue("Broadcast", (x, x), x.nbytes, _BYTE, root)
+        self._queue([("Broadcast", (x, x), (x.nbytes, _BYTE, root))])
 
     def exchange(self, sends: Mapping[int, DeviceVector],
                  receives: Mapping[int, DeviceVector]) -> None:
         """Send vectors to other ranks, and receive vectors from others."""
-        self._group([
+        self._queue([
             *(("Send", (x,), (x.nbytes, _BYTE, rank)) for rank, x in sends.items()),
             *(("Recv", (x,), (x.nbytes, _BYTE, rank)) for rank, x in receives.items())])
 
@@ -264,36 +275,25 @@ class Nccl:
             raise TypeError(f"NCCL has no {op} of {x.dtype}")
         return numbers
 
-    def _queue(self, name: str, xs: Sequence[DeviceVector], *arguments: int) -> None:
-        if xs[0].size:
-            self._device.call(self._function(name, xs, *arguments))
-
-    def _group(self, calls: Sequence[tuple[str, Sequence[DeviceVector], Sequence[int]]]) -> None:
+    def _queue(self, calls: Sequence[tuple[str, Sequence[DeviceVector], Sequence[int]]]) -> None:
         """Queue calls that run at the same time, of vectors that are not empty."""
-        functions = [self._function(name, xs, *arguments)
-                     for name, xs, arguments in calls if xs[0].size]
+        calls = [call for call in calls if call[1][0].size]
 
         def queue(stream: int) -> None:
-            # Before the group begins, because a group that has begun must end.
-            self._open
-            self.library.call("GroupStart")
-            try:
-                for function in functions:
-                    function(stream)
-            finally:
-                self.library.call("GroupEnd")
+            with self._calling:
+                # Before the group begins, because a group that has begun must end.
+                handle = self._open
+                self.library.call("GroupStart")
+                try:
+                    for name, xs, arguments in calls:
+                        self.library.call(
+                            name, *map(address_of, xs), *arguments, handle, stream)
+                finally:
+                    self.library.call("GroupEnd")
 
-        if functions:
+        if calls:
+            # The function keeps the vectors.
             self._device.call(queue)
-
-    def _function(self, name: str, xs: Sequence[DeviceVector],
-                  *arguments: int) -> Callable[[int], None]:
-        """Return a function that queues a call on the stream at a pointer."""
-        def queue(stream: int) -> None:
-            # It keeps the vectors.
-            self.library.call(name, *[address_of(x) for x in xs], *arguments, self._open, stream)
-
-        return queue
 
 
 def _are_equal(slices: Sequence[DeviceVector]) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from .device import Flags, address_of
+from .interface import Flags, address_of
 
 # The fields of CUstreamBatchMemOpParams that are not 0. In its flags, 0 means
 # CU_STREAM_WAIT_VALUE_GEQ, a cyclic comparison, and CU_STREAM_WRITE_VALUE_DEFAULT.

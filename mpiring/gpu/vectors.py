@@ -12,7 +12,8 @@ from ..memory import sixteen
 from ..memory.arrays import Array, dtype_name
 from ..memory.reduction import quietly
 from . import warps
-from .device import Device, DeviceVector, await_event
+from .device import Device
+from .interface import DeviceVector, await_event
 
 
 def copy_to(out: Any, x: Any) -> None:

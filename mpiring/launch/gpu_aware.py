@@ -19,7 +19,8 @@ import numpy as np
 from ..config import Config
 from ..errors import MissingDependencyError, MpiringError
 from ..gpu import cuda
-from ..gpu.device import Device, Event
+from ..gpu.device import Device
+from ..gpu.interface import Event
 from . import child_job
 from .cache import Cache
 from .environment import relevant_variables, variables_for_another_job

@@ -12,7 +12,8 @@ from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError
 from ..gpu.arrays import is_on_gpu, vector_of
-from ..gpu.device import Device, await_event
+from ..gpu.device import Device
+from ..gpu.interface import await_event
 from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, Array, dtype_name
 from ..memory.digest import bytes_of
 from ..memory.reduction import quietly

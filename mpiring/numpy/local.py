@@ -8,7 +8,7 @@ import numpy as np
 from ..buckets.bucket import refuse_changed
 from ..communicator import Communicator
 from ..gpu.arrays import vector_of
-from ..gpu.device import await_event
+from ..gpu.interface import await_event
 from ..memory.arrays import Array, is_finite
 from ..optim import outer
 from ..optim.fragments import LocalWeights

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BufferMismatchError, ConfigError
-from ..gpu.device import DeviceVector
+from ..gpu.interface import DeviceVector
 from ..memory.arrays import dtype_name
 from ..memory.reduction import OPS
 from ..names import OP_ALIASES

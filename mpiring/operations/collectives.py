@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 from ..collectives import (
     chain, direct, doubling, exchange, hierarchical, native, ring, shared)
 from ..errors import ConfigError
-from ..gpu.device import Queued
+from ..gpu.interface import Queued
 from ..gpu.nccl import Nccl
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut, slices
@@ -225,14 +225,24 @@ class Collectives:
 
         Call this when the operation is created, not from inside a running schedule.
         """
-        resources, nodes = self.resources, len(self.nodes)
+        resources = self.resources
         turn = resources.turns.join(self.sequence)
-        # This is a lower bound, because MPI does not report how many bytes it sends to other nodes.
-        nbytes = 2 * (nodes - 1) * x.nbytes // nodes // self.node.size
-        resources.transport.bytes_sent += nbytes
-        self.sent[0] += nbytes
+        self.count_sent(2 * self.least_sent(x.nbytes))
         return native.allreduce(
             resources.transport.iallreduce, turn, x, reduction(op, x.dtype, self.size))
+
+    def least_sent(self, nbytes: int) -> int:
+        """Return the least bytes that each rank must send if data goes from one to all nodes.
+
+        Libraries do not report how many bytes they send to other nodes.
+        """
+        nodes = len(self.nodes)
+        return (nodes - 1) * nbytes // nodes // self.node.size
+
+    def count_sent(self, nbytes: int) -> None:
+        """Count bytes that a library sends to other nodes for this rank."""
+        self.resources.transport.bytes_sent += nbytes
+        self.sent[0] += nbytes
 
     def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
         """Return the schedule that combines the vectors `x` of all ranks on rank `root`.

@@ -16,7 +16,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..gpu.device import Device, DeviceVector
+from ..gpu.device import Device
+from ..gpu.interface import DeviceVector
 from ..transport.base import Node, Schedule
 from ..transport.windows import Windows
 

@@ -17,7 +17,6 @@ from ..errors import MpiringError
 from ..gpu.device import Device
 from ..gpu.nccl import Nccl, nccl_library
 from ..text import first_few
-from ..transport import waiting
 from ..transport.base import Schedule
 from .collectives import Collectives
 
@@ -124,7 +123,7 @@ def _created(collectives: Collectives, device: Device) -> Schedule[tuple[Nccl | 
     if problems:
         # Those that have a communicator do not wait for the others.
         if creation.nccl is not None:
-            creation.nccl.abort(waiting.GRACE_S)
+            creation.nccl.abort()
         return None, first_few(problems, 4)
     return creation.nccl, ""
 

@@ -21,7 +21,8 @@ from ..collectives import nccl
 from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import ConfigError, TransportError
-from ..gpu.device import Alarm, Device, DeviceVector, Event, Program, Queued, UserStream
+from ..gpu.device import Device
+from ..gpu.interface import Alarm, DeviceVector, Event, Program, Queued, UserStream
 from ..gpu.nccl import Nccl, reduces
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
@@ -183,7 +184,7 @@ class DeviceCollectives(Collectives):
     def __init__(self, host: Collectives, context: GpuContext, node: Node,
                  alarm: Alarm | None = None) -> None:
         super().__init__(host.resources, node, host.sequence)
-        self.tuning = context.tuning
+        self.tuning, self.sent = context.tuning, host.sent
         self._host, self._context, self._alarm = host, context, alarm
         self._channel: Channel | None = None
         self.tells_finite = False
@@ -435,19 +436,24 @@ class GpuOperations:
         self._exports.close()
         return bool(self._contexts)
 
+    def end_calls(self) -> None:
+        """End the calls of NCCL, for which the GPU could wait forever; results are undefined."""
+        for context in tuple(self._contexts.values()):
+            if context.nccl is not None:
+                context.nccl.abort()
+
     def release(self, is_over: Callable[[], bool]) -> None:
         """Let queued operations end without a rank that has died; their results are undefined.
 
         Return when `is_over` returns true, or after a few seconds.
         """
         deadline_s = time.monotonic() + waiting.GRACE_S
+        self.end_calls()
         while not is_over() and time.monotonic() < deadline_s:
             # GPUs may still write the numbers of earlier barriers.
             for context in self._contexts.values():
                 if context.queue is not None:
                     context.queue.release()
-                if context.nccl is not None:
-                    context.nccl.abort(waiting.GRACE_S)
             time.sleep(waiting.BUSY_CHECK_S)
 
     def context_of(self, device: Device) -> GpuContext:

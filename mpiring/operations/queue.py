@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu.device import Alarm, Device, DeviceVector, Event, Flags, Program
+from ..gpu.device import Device
+from ..gpu.interface import Alarm, DeviceVector, Event, Flags, Program
 from ..memory.arrays import Array
 from ..transport.base import HEADER_BYTES, Node, Schedule
 from ..transport.node_memory import REORDERS, NodeMemory

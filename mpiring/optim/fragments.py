@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..gpu.device import Device, DeviceVector, UserStream, await_event
+from ..gpu.device import Device
+from ..gpu.interface import DeviceVector, UserStream, await_event
 from ..record.statistics import Statistics
 from ..reducers.reducer import Reducer, ReducerSpec
 from ..text import first_few

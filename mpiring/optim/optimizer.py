@@ -9,7 +9,7 @@ import numpy as np
 from ..arguments import number, truth
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..gpu.device import await_event
+from ..gpu.interface import await_event
 from ..memory.arrays import dtype_name
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..gpu import vectors
-from ..gpu.device import Device, DeviceVector
+from ..gpu.device import Device
+from ..gpu.interface import DeviceVector
 from ..gpu.kernels import floating_types
 from ..gpu.warps import WarpKernel, warp_kernel
 from ..memory import sixteen

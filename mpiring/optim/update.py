@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu.device import DeviceVector
+from ..gpu.interface import DeviceVector
 from ..gpu.warps import WarpKernel, warp_kernel
 from ..jit import loops
 from ..memory.arrays import Array

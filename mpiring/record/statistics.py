@@ -32,8 +32,8 @@ class Statistics:
     Attributes:
         operations: Number of complete operations; 0 if the communicator has one rank.
         bytes_sent: Bytes that this rank sent to other ranks, except through shared memory: 0 if
-            all ranks share a node's memory, whatever the Reducer. MPI collectives count as the
-            least number of bytes that they can send.
+            all ranks share a node's memory, whatever the Reducer. Collectives of MPI and NCCL
+            count as the least number of bytes that they can send.
         communication_s: Seconds during which at least one operation was in flight.
         exposed_s: Seconds that the program waited for operations.
         dense_bytes: Bytes that this rank would have sent to other nodes without compression of

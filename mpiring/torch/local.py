@@ -9,7 +9,7 @@ from ..buckets.bucket import refuse_changed
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gpu.arrays import vector_of
-from ..gpu.device import await_event
+from ..gpu.interface import await_event
 from ..memory.tensors import array_of
 from ..optim import outer
 from ..optim.fragments import LocalWeights

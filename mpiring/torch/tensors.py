@@ -14,7 +14,8 @@ from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gpu import accelerator, arrays
-from ..gpu.device import Device, UserStream
+from ..gpu.device import Device
+from ..gpu.interface import UserStream
 from ..gpus import assign_gpu
 from ..memory.pytrees import leaves
 from ..memory.tensors import GPU_TYPES, numpy_dtype

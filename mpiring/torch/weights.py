@@ -14,7 +14,7 @@ from ..buckets.bucket import Bucket
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..errors import ConfigError, ReplicaError
-from ..gpu.device import await_event
+from ..gpu.interface import await_event
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.collectives import Collectives

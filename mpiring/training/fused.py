@@ -12,7 +12,8 @@ from ..buckets.bucket import (
 )
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError, MpiringError
-from ..gpu.device import Device, UserStream, await_event
+from ..gpu.device import Device
+from ..gpu.interface import UserStream, await_event
 from ..memory.arrays import Array
 from ..names import nearest
 from ..operations.agreement import Call

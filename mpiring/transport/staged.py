@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..gpu.device import Device, DeviceVector, Event
+from ..gpu.device import Device
+from ..gpu.interface import DeviceVector, Event
 from .base import Array, Channel, Request
 
 

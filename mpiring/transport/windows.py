@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..gpu.device import address_of
+from ..gpu.interface import address_of
 from ..memory import window
 from ..memory.arrays import Array, slice_of
 from .base import Node, Schedule, T

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from mpiring import ConfigError
 from mpiring.buckets.bucket import (
     FIRST_BUCKET_BYTES, Bucket, TensorSpec, owners_by_cost, plan, usual_bytes)
-from mpiring.gpu.device import Device, await_event
+from mpiring.gpu.device import Device
+from mpiring.gpu.interface import await_event
 from mpiring.memory.arrays import CACHE_LINE_BYTES
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -24,7 +24,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).p
 from node_words import pinned_words  # noqa: E402
 
 from mpiring.gpu import cuda  # noqa: E402
-from mpiring.gpu.device import Device, Flags, await_event  # noqa: E402
+from mpiring.gpu.device import Device  # noqa: E402
+from mpiring.gpu.interface import Flags, await_event  # noqa: E402
 
 # The GPU begins after the time in which all barriers are queued; all must fit into the stream.
 BARRIERS, ROUNDS, QUEUED_S = 100, 7, 0.05

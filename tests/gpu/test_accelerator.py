@@ -11,7 +11,7 @@ from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError, TransportError
 from mpiring.gpu import arrays, cuda
-from mpiring.gpu.device import await_event
+from mpiring.gpu.interface import await_event
 from mpiring.gpu.vectors import multiply
 from mpiring.memory.window import PAGE_BYTES
 

@@ -10,7 +10,8 @@ from cluster import run
 
 from mpiring.gpu import cuda
 from mpiring.gpu.arrays import vector_of
-from mpiring.gpu.device import Device, DeviceVector
+from mpiring.gpu.device import Device
+from mpiring.gpu.interface import DeviceVector
 from mpiring.gpu.cuda import Cuda, CudaStream
 from mpiring.gpu.vectors import copy_to
 from mpiring.operations.exports import Exports

@@ -15,7 +15,7 @@ import pytest
 
 from mpiring.errors import ConfigError, MissingDependencyError, TransportError
 from mpiring.gpu import arrays, cuda, kernels, stream_memory, warps
-from mpiring.gpu.device import Flags
+from mpiring.gpu.interface import Flags
 from mpiring.operations.agreement import collective_call
 from mpiring.remedies import pip_install_cupy
 

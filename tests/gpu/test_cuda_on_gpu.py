@@ -12,7 +12,8 @@ from launching import PROGRAMS, launch, needed, until
 
 from mpiring.gpu import cuda, kernels
 from mpiring.gpu.arrays import vector_of
-from mpiring.gpu.device import Device, Flags
+from mpiring.gpu.device import Device
+from mpiring.gpu.interface import Flags
 
 N = 1 << 22
 

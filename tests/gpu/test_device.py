@@ -11,7 +11,8 @@ from simulated_gpu import SimulatedGpu, content, installed
 
 from mpiring import ConfigError, StallError
 from mpiring.gpu.arrays import device_named, is_on_gpu, vector_of
-from mpiring.gpu.device import Device, DeviceVector, Flags, Staging, await_event
+from mpiring.gpu.device import Device, Staging
+from mpiring.gpu.interface import DeviceVector, Flags, await_event
 from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of, pieces_of
 from mpiring.simulated.network import SimulatedNetwork

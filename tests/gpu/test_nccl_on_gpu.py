@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpiring.errors import TransportError
-from mpiring.gpu.device import await_event
+from mpiring.gpu.interface import await_event
 from mpiring.gpu.nccl import Nccl, nccl_library
 
 

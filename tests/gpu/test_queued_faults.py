@@ -34,6 +34,13 @@ def test_nccl_fails():
 
 
 @pytest.mark.any_mpi
+def test_after_a_stall_the_program_can_use_its_gpu():
+    ended = trained("stalls", "NCCL on a node", MPIRING_STALL_TIMEOUT_S="4")
+    assert ended.status and "the GPU is free" in ended.output, ended.output
+    assert "StallError" in ended.output
+
+
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("way", ON_GPUS)
 def test_ranks_that_agree_end_well(way):
     ended = trained("agrees", way)

@@ -7,7 +7,7 @@ import cupy_or_host
 import simulated_gpu
 
 from mpiring.gpu import nccl
-from mpiring.gpu.device import DeviceVector
+from mpiring.gpu.interface import DeviceVector
 
 _SOURCE = Path(__file__).with_name("host_cuda") / "nccl.cpp"
 

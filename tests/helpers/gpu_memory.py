@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpiring.gpu.device import await_event as wait
+from mpiring.gpu.interface import await_event as wait
 from mpiring.gpu.vectors import on_host
 
 

@@ -24,7 +24,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpiring.errors import MissingDependencyError
 from mpiring.gpu import cuda
-from mpiring.gpu.device import Device, DeviceVector
+from mpiring.gpu.device import Device
+from mpiring.gpu.interface import DeviceVector
 from mpiring.memory.arrays import is_finite
 from mpiring.operations import on_device
 from mpiring.memory.reduction import quietly, reduction

@@ -11,7 +11,7 @@ import numpy as np
 from mpiring import BufferMismatchError, Communicator, Config
 from mpiring.gpu import vectors
 from mpiring.gpu.arrays import vector_of
-from mpiring.gpu.device import DeviceVector, await_event
+from mpiring.gpu.interface import DeviceVector, await_event
 from mpiring.memory.reduction import reduction
 from mpiring.record.flight import Flight
 from mpiring.record.recorder import Recorder

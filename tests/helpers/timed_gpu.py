@@ -13,7 +13,8 @@ import numpy as np
 from mpi4py import MPI
 
 import mpiring
-from mpiring.gpu.device import Device, DeviceVector
+from mpiring.gpu.device import Device
+from mpiring.gpu.interface import DeviceVector
 
 # Guesses, not measured on a GPU.
 CALL_S = {"copy": 3e-6, "kernel": 6e-6, "record": 2e-6, "wait": 1e-6, "query": 0.7e-6}

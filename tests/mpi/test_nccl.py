@@ -83,6 +83,19 @@ def test_other_collectives(comm_by_nccl, gpu):
             assert np.array_equal(x.get(), want + root), n
 
 
+def test_bytes_between_nodes_are_counted(comm_by_nccl, gpu):
+    """As those of MPI's collectives; for 16 bits, those of the messages."""
+    comm = comm_by_nccl
+    for dtype in (np.float32, np.float16):
+        x = gpu.put(np.zeros(comm.size * 40_000, dtype))
+        share = x.nbytes * (len(comm.memory_groups) - 1) // comm.size
+        for call, sent in ((comm.allreduce, 2 * share), (comm.reduce_scatter, share),
+                           (comm.allgather, share), (comm.broadcast, share)):
+            before = comm.statistics.bytes_sent
+            call(x)
+            assert sent <= comm.statistics.bytes_sent - before <= 1.01 * sent, (call, dtype)
+
+
 def test_what_reducers_and_the_back_end_call(comm_by_nccl, gpu):
     comm, p, r = comm_by_nccl, comm_by_nccl.size, comm_by_nccl.rank
 

@@ -59,7 +59,7 @@ def test_the_host_waits_for_nothing_in_a_step(comm, gpu, monkeypatch):
     start = queued.QueuedOperation._start
     monkeypatch.setattr(queued.QueuedOperation, "_start", lambda *args: handles.append(
         start(*args)) or handles[-1])
-    for module in (mpiring.gpu.device, mpiring.training.fused, mpiring.buckets.bucket):
+    for module in (mpiring.gpu.interface, mpiring.training.fused, mpiring.buckets.bucket):
         if hasattr(module, "await_event"):
             monkeypatch.setattr(module, "await_event", waits.append)
     monkeypatch.setattr(queued.QueuedHandle, "has_finite_result", lambda self: True)

@@ -11,7 +11,8 @@ from schedules import sent
 from simulated_gpu import SimulatedGpu, Threads, content
 
 from mpiring.collectives.operation import Tuning
-from mpiring.gpu.device import Device, DeviceVector
+from mpiring.gpu.device import Device
+from mpiring.gpu.interface import DeviceVector
 from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of
 from mpiring.operations.exports import Exports

@@ -14,7 +14,7 @@ from gpu_memory import GpuMemory, wait  # noqa: E402
 from node_words import pinned_words  # noqa: E402
 
 from mpiring.gpu import cuda  # noqa: E402
-from mpiring.gpu.device import Flags  # noqa: E402
+from mpiring.gpu.interface import Flags  # noqa: E402
 
 comm = MPI.COMM_WORLD
 device = cuda.device(0)

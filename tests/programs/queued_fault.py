@@ -26,7 +26,7 @@ for number in range(4):
             sys.exit()
         if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how in ("sleeps", "fails"):
+        if how in ("sleeps", "fails", "stalls"):
             time.sleep(3600)
         if how == "differs":
             dp.gradients.label = "step of another program"
@@ -37,6 +37,14 @@ for number in range(4):
         dp.grads[name][...] = number + comm.rank
         dp.ready(name)
     dp.wait()
+    if number == 2 and how == "stalls":
+        try:
+            comm.barrier()
+        except mpiring.StallError:
+            # NCCL has ended the sum, which is undefined.
+            dp.grads["a"].get()
+            print("the GPU is free", flush=True)
+            raise
     assert (dp.grads["a"].get() == number + (comm.size - 1) / 2).all()
     print("step", number, flush=True)
 print("all is well")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
-from ...gpu.device import DeviceVector
+from ...gpu.interface import DeviceVector
 from ...gpu.warps import WarpKernel, warp_kernel
 from ...memory.arrays import Array
 from ...memory.reduction import quietly
