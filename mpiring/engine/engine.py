@@ -224,13 +224,12 @@ class Engine(forks.OfRank):
             ClosedError: This process is a fork.
         """
         forks.refuse_calls(self.recorder.rank)
-        began = time.monotonic()
+        began = moved_s = time.monotonic()
         handle.queue.paused_until_s = 0.0
         try:
             with self._waiting_lock:
                 self._waiting.add(threading.get_ident())
                 self._no_waiters.clear()
-            idle_steps = 0
             while not handle.complete:
                 self.raise_failure()
                 moved = False
@@ -243,16 +242,17 @@ class Engine(forks.OfRank):
                         self.lock.release()
                 self._call_actions()
                 moved |= advance_inline(self)
-                late = timeout_s is not None and time.monotonic() - began > timeout_s
-                if late and not handle.complete:
+                now = time.monotonic()
+                if timeout_s is not None and now - began > timeout_s and not handle.complete:
                     raise StallError(
                         f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
                         f"in flight, and wait may be called again with a longer timeout")
-                idle_steps = 0 if moved else idle_steps + 1
-                if idle_steps > self.patience.wait_yields:
-                    pause_s = self.patience.pause_after(time.monotonic() - began)
+                if moved:
+                    moved_s = now
+                elif now - moved_s > self.patience.yield_s:
+                    pause_s = self.patience.pause_after(now - began)
                     time.sleep(pause_s if timeout_s is None else min(pause_s, waiting.LATE_S))
-                elif idle_steps:
+                else:
                     waiting.give_way()
         finally:
             with self._waiting_lock:

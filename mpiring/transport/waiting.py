@@ -22,9 +22,13 @@ SHARED_CORE_SPINS = 4
 # Number of checks by compiled code at a barrier between pieces, which take about 3 µs. Then the
 # engine continues. Values from 20 to 5000 are equally fast.
 PIECE_POLLS = 50
-# Number of times that a caller who waits for the engine's operations gives its core away before it
-# sleeps, because two ranks that share a core must alternate. Then, minimum length of its pauses.
-WAIT_YIELDS, WAIT_PAUSE_S = 2000, 50e-6
+# Time for which a caller who waits for the engine's operations gives its core away between checks,
+# before it sleeps. Then, minimum length of its pauses.
+YIELD_S, WAIT_PAUSE_S = 5e-3, 50e-6
+# That time if ranks share cores. They must alternate, but other programs may also need the cores.
+# (While another worker of pytest ran, the tests on 3 ranks and 2 cores took 152 s with about 20 ms.
+# With 1 ms, they took 91 s.)
+SHARED_CORE_YIELD_S = 1e-3
 # Length of its pauses as a share of the time waited so far, if more than two ranks share a core.
 # (While 63 ranks waited for one on 2 cores, pauses of equal length, 13 ms, took 0.7 of a core.)
 PAUSE_SHARE = 0.05
@@ -68,8 +72,8 @@ class Patience(NamedTuple):
     Attributes:
         spins, compiled_spins: Number of immediate checks, by Python and by compiled code.
         yields: Number of further checks, between which both give the core away.
-        wait_yields: Number of times that a caller who waits for the engine gives its core away
-            before it sleeps.
+        yield_s: Time for which a caller who waits for the engine gives its core away between
+            checks, before it sleeps.
         pause_share: Length of a pause between two checks when it sleeps, as a share of the time
             waited so far.
     """
@@ -77,7 +81,7 @@ class Patience(NamedTuple):
     spins: int = SPINS
     compiled_spins: int = COMPILED_SPINS
     yields: int = YIELDS
-    wait_yields: int = WAIT_YIELDS
+    yield_s: float = YIELD_S
     pause_share: float = 0.0
 
     def pause_after(self, waited_s: float) -> float:
@@ -96,4 +100,4 @@ def patience(ranks: int, processors: int) -> Patience:
         return Patience()
     share = min(1.0, 2 * processors / ranks)
     return Patience(SHARED_CORE_SPINS, SHARED_CORE_SPINS, math.ceil(YIELDS * share ** 2),
-                    math.ceil(WAIT_YIELDS * share ** 2), PAUSE_SHARE if share < 1 else 0.0)
+                    SHARED_CORE_YIELD_S * share ** 2, PAUSE_SHARE if share < 1 else 0.0)

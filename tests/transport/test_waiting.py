@@ -14,7 +14,7 @@ def test_more_ranks_than_processors_give_them_away_at_once():
         assert crowded.spins == crowded.compiled_spins == SHARED_CORE_SPINS
         assert 1 <= crowded.yields <= Patience().yields
     assert patience(64, 2).yields < patience(4, 2).yields
-    assert patience(64, 2).wait_yields < patience(4, 2).wait_yields
+    assert patience(64, 2).yield_s < patience(4, 2).yield_s
 
 
 def test_pauses_grow_if_more_than_two_ranks_share_a_processor():
