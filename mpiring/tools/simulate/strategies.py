@@ -48,6 +48,18 @@ def strategies(profile: Profile) -> list[Strategy]:
 
 # Gradients averaged
 
+def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
+    """Run the mpiring algorithm that "auto" uses if nothing was measured.
+
+    It is never MPI's own call, which is modeled separately, see mpich.py.
+    """
+    algorithm = "auto"
+    if call.algorithm_of(x, "mean").name == "native":
+        names = operations.candidates(call.size, len(call.nodes))
+        algorithm = [name for name in names if name != "native"][-1]
+    return call.allreduce(x, op="mean", algorithm=algorithm)
+
+
 def averaged(workload: Workload, step: StepCompute) -> RankStep:
     """Return a step of DataParallel: buckets are averaged as soon as they are full."""
     return _reduced(workload, step, _allreduce)
@@ -75,18 +87,6 @@ def _backward(planned: RankStep, workload: Workload, step: StepCompute,
         planned.computes.append(Compute(max(0.0, at_s - before_s), then=flag))
         before_s = max(before_s, at_s)
     return flags[:-1], flags[-1]
-
-
-def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
-    """Run the mpiring algorithm that "auto" uses if nothing was measured.
-
-    It is never MPI's own call, which is modeled separately, see mpich.py.
-    """
-    algorithm = "auto"
-    if call.algorithm_of(x, "mean").name == "native":
-        names = operations.candidates(call.size, len(call.nodes))
-        algorithm = [name for name in names if name != "native"][-1]
-    return call.allreduce(x, op="mean", algorithm=algorithm)
 
 
 # Gradients compressed between nodes
