@@ -60,12 +60,8 @@ def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
     return call.allreduce(x, op="mean", algorithm=algorithm)
 
 
-def averaged(workload: Workload, step: StepCompute) -> RankStep:
+def averaged(workload: Workload, step: StepCompute, reduce: VectorBuild = _allreduce) -> RankStep:
     """Return a step of DataParallel: buckets are averaged as soon as they are full."""
-    return _reduced(workload, step, _allreduce)
-
-
-def _reduced(workload: Workload, step: StepCompute, reduce: VectorBuild) -> RankStep:
     planned = RankStep()
     full, last = _backward(planned, workload, step, 0.0)
     if workload.cluster.ranks > 1:
@@ -100,7 +96,7 @@ def _compressed(codec: CodecPrices, workload: Workload) -> StepTime | None:
             x, memory.bounds_of(x.size, call.slices),
             lambda net, part, _: _exchange(call, net, part, codec))
 
-    return predict_step(workload, lambda work, step: _reduced(work, step, reduce))
+    return predict_step(workload, partial(averaged, reduce=reduce))
 
 
 def _exchange(call: SimulatedOperation, net: Channel, part: Array,
