@@ -5,10 +5,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
+from typing import cast
 
 import numpy as np
 
-from mpiring.provisional import buckets
+from mpiring.provisional import Array, Schedule, buckets
+from mpiring.tools.simulate.algorithms import SimulatedOperation, SimulatedTime, predict
 from mpiring.tools.simulate.cluster import Cluster
 from mpiring.tools.simulate.profile import Profile, StepCompute
 from mpiring.tools.simulate.step import Workload, predict_step
@@ -118,7 +121,7 @@ MODELS: dict[str, tuple[Callable[[], Iterable[Tensor]], float]] = {
     "Swin-B": (swin_b, 1e3 * 64 / (278 / 3))}
 # GPUs of a node are connected by NVLink.
 _NODE = Cluster(ranks_per_node=8, node_bandwidth=100e9, reduction_rate=400e9, node_latency_s=5e-6,
-                barrier_s=10e-6)
+                barrier_s=10e-6, gpus=True)
 NETWORKS = {
     **{f"TCP {rate} Gb/s": replace(_NODE, bandwidth=rate / 8 * 1e9, goodput=0.956, latency_s=25e-6)
        for rate in (25, 30, 100)},
@@ -160,28 +163,23 @@ def steps_of(model: str, cluster: Cluster) -> dict[str, float]:
     shrunk = _profile(tensors, compute_ms / 1e3, _compressed)
     halves = replace(profile, tensors=[
         replace(spec, dtype=np.dtype(np.float16)) for spec in profile.tensors])
-    (step,), workload = profile.steps, Workload(profile, cluster)
-    rings_s = [ring_s(cluster, 4 * bucket.size) for bucket in workload.buckets]
-    sent_s = 0.0
-    for full_s, taken_s in zip(workload.full_s(step), rings_s):
-        sent_s = max(full_s, sent_s) + taken_s
-    times_s = {
-        "plain": step.compute_s + sum(ring_s(cluster, 4 * spec.size) for spec in profile.tensors),
-        "fused": step.compute_s + sum(rings_s), "overlapped": max(step.compute_s, sent_s),
-        **{name: predict_step(Workload(each, cluster), averaged, steps=1).seconds
-           for name, each in (("hierarchical", profile), ("bits16", halves),
-                              ("powersgd", shrunk))}}
-    return {"compute_ms": compute_ms, **{
-        f"{name}_ms": 1e3 * seconds for name, seconds in times_s.items()}}
+    late = replace(profile, steps=[replace(step, ready_s=(step.compute_s,) * len(tensors))
+                                   for step in profile.steps])
+    ring_ms = cache(lambda size: 1e3 * cast(
+        SimulatedTime, predict("ring", cluster, 4 * size)).seconds)
+    ringed = partial(averaged, reduce=_ring)
+    return {
+        "compute_ms": compute_ms,
+        "plain_ms": compute_ms + sum(ring_ms(spec.size) for spec in profile.tensors),
+        **{f"{name}_ms": 1e3 * predict_step(Workload(sent, cluster), plan, steps=1).seconds
+           for name, sent, plan in (
+               ("fused", late, ringed), ("overlapped", profile, ringed),
+               ("hierarchical", profile, averaged), ("bits16", halves, averaged),
+               ("powersgd", shrunk, averaged))}}
 
 
-def ring_s(cluster: Cluster, nbytes: int) -> float:
-    """Return the least seconds of an allreduce by a ring of all ranks, nodes being contiguous."""
-    p, local = cluster.ranks, cluster.ranks_per_node
-    # One of the ranks of a node sends to the next node.
-    latency_s = ((local - 1) * cluster.node_latency_s + cluster.latency_s) / local
-    return 2 * (p - 1) * max(latency_s + 2 * cluster.overhead_s,
-                             nbytes / p / (cluster.bandwidth * cluster.goodput))
+def _ring(call: SimulatedOperation, x: Array) -> Schedule[None]:
+    return call.allreduce(x, op="mean", algorithm="ring")
 
 
 def _compressed(shape: tuple[int, ...]) -> int:

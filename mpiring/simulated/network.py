@@ -321,10 +321,10 @@ class SimulatedNetwork:
             self._cores.take(now_s, seconds, rank if on_own_core else None)
             if self._cores and seconds else now_s + seconds)
 
-    def worked(self, rank: int) -> transport.Request:
-        """Return a request that is complete when a rank has finished its current work."""
+    def worked(self, rank: int, at_s: float = 0.0) -> transport.Request:
+        """Return a request that is complete when a rank's current work is done, but not before."""
         request = _Pending("the end of its own work")
-        self._complete(request, rank, self.clock_s(rank))
+        self._complete(request, rank, max(at_s, self.clock_s(rank)))
         return request
 
     def clock_s(self, rank: int) -> float:

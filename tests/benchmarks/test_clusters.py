@@ -8,7 +8,7 @@ import pytest
 from launching import ROOT
 
 from benchmarks import clusters, main
-from mpiring.tools.simulate.algorithms import predict
+from mpiring.tools.simulate.step import Compute, Flag, RankStep, Workload, predict_step
 
 # Numbers of parameters of the models in torchvision, in the Swin repository, and of
 # BertForPreTraining with the settings of BERT-large.
@@ -36,12 +36,27 @@ def test_the_page_has_the_results_of_the_command(tmp_path):
         assert row == pytest.approx(same)
 
 
-@pytest.mark.parametrize("network", clusters.NETWORKS)
-def test_the_ring_is_a_bound(network):
-    cluster = replace(clusters.NETWORKS[network], nodes=2)
-    for nbytes, most in ((4096, 1.05), (1 << 20, 1.7), (18 << 20, 1.05)):
-        ratio = predict("ring", cluster, nbytes).seconds / clusters.ring_s(cluster, nbytes)
-        assert 1 <= ratio < most
+def test_each_tensor_and_then_each_bucket_is_sent_by_a_ring_of_all_ranks():
+    cluster = replace(clusters.NETWORKS["TCP 25 Gb/s"], nodes=2)
+    times = clusters.steps_of("VGG-16", cluster)
+    profile = clusters._profile([*clusters.vgg16()], clusters.MODELS["VGG-16"][1] / 1e3)
+
+    def one_by_one(work, step):
+        planned = RankStep([Compute(step.compute_s, then=(last := Flag()))])
+        for bucket in work.buckets:
+            last = planned.submit([last], clusters._ring, bucket)
+        return planned
+
+    work = Workload(profile, cluster, bucket_bytes=1)
+    assert len(work.buckets) == len(profile.tensors)
+    plain = predict_step(work, one_by_one, steps=1)
+    assert times["plain_ms"] == pytest.approx(1e3 * plain.seconds, rel=0.01)
+    # A ring of 16 ranks sends all bytes almost twice over each link.
+    bytes_ms = 1e3 * profile.nbytes * 2 * 15 / 16 / (cluster.bandwidth * cluster.goodput)
+    assert 1 < (times["fused_ms"] - times["compute_ms"]) / bytes_ms < 1.02
+    # The backward pass hides a part of it, except for that of the last bucket.
+    backward_ms = 2 / 3 * times["compute_ms"]
+    assert 0.9 * backward_ms < times["fused_ms"] - times["overlapped_ms"] < backward_ms
 
 
 def test_powersgd_compresses_matrices_only_if_that_pays():

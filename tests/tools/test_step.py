@@ -20,7 +20,9 @@ from mpiring.tools.simulate.codecs import REDUCERS, measured
 from mpiring.tools.simulate.profile import Profile, StepCompute, read_profile
 from mpiring.tools.simulate.step import Workload, predict_step, slowest
 from mpiring.tools.simulate.step_command import verdict
-from mpiring.tools.simulate.strategies import _compressed, averaged, sharded, strategies
+from mpiring.tools.simulate.strategies import (
+    _compressed, _sharded_with_overlap, averaged, sharded, strategies,
+)
 
 TENSORS = [["first", [1000, 500], "float32"], ["last", [500], "float32"]]
 SPECS = metadata(0, "model", tensors=TENSORS, overlap=True)
@@ -130,6 +132,25 @@ def test_buckets_wait_for_the_end_where_they_do_not_overlap():
     assert times[1] == pytest.approx(0.07 + 2 * each, rel=0.01)
     # Sums take the processor time that the compute would have; only barriers can be hidden.
     assert 0.07 + each < times[0] < times[1] - 5e-3
+
+
+def test_gpus_compute_while_their_cores_add():
+    profile = profile_of(compute(), tensors=[["a", [5_000_000], "float32"]] * 2)
+    cluster = replace(CLUSTER, ranks_per_node=2, reduction_rate=1e9, gpus=True)
+    each = predict("shared", cluster, 20_000_000).seconds
+    assert each > 0.02
+    step = predict_step(Workload(profile, cluster), averaged)
+    assert step.seconds == pytest.approx(0.05 + 2 * each, rel=0.01)
+    assert step.compute_s == pytest.approx(0.07)
+
+
+@pytest.mark.parametrize("strategy", [averaged, sharded, _sharded_with_overlap])
+def test_gpus_make_no_difference_if_cores_have_nothing_to_do(strategy):
+    profile = profile_of(compute(), tensors=[["a", [5_000_000], "float32"]] * 2)
+    cores, gpus = (predict_step(Workload(profile, replace(CLUSTER, nodes=2, gpus=gpus)), strategy)
+                   for gpus in (False, True))
+    # A core looks for messages once per millisecond.
+    assert gpus.seconds == pytest.approx(cores.seconds, abs=2e-3)
 
 
 @pytest.mark.parametrize("strategy", [averaged, sharded])

@@ -38,6 +38,7 @@ class Cluster:
             copies within a node.
         barrier_s: Seconds of a barrier in a node's shared memory.
         cores: Number of cores that all ranks share, as in a lab; 0 if each rank has its own core.
+        gpus: Whether ranks compute on GPUs, while their cores send messages.
 
     Raises:
         ConfigError: It has so many ranks that its simulation would take hours.
@@ -57,6 +58,7 @@ class Cluster:
     node_bandwidth: float = 10e9
     barrier_s: float = 3e-6
     cores: int = 0
+    gpus: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks > MAX_RANKS:

@@ -1,9 +1,10 @@
 """Simulates training steps on a cluster, with recorded compute times and the real schedules.
 
 A rank computes in short slices, between which its messages advance. Operations in flight take
-processor time from computation, as on a rank with one core. Ranks draw their steps at random from
-the recorded steps, so a step waits for the slowest rank, as real steps do. If one node represents
-all nodes, each of its ranks computes as long as the slowest rank in the same place on any node.
+processor time from computation, as on a rank with one core. If ranks compute on GPUs, neither
+delays the other. Ranks draw their steps at random from the recorded steps, so a step waits for the
+slowest rank, as real steps do. If one node represents all nodes, each of its ranks computes as long
+as the slowest rank in the same place on any node.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 
 from ... import Config
 from ...provisional import Schedule, buckets
-from ...simulated.network import SimulatedNetwork, cyclic
+from ...simulated.network import cyclic
 from .algorithms import SimulatedOperation, Simulation, VectorBuild
 from .cluster import Cluster
 from .profile import Profile, StepCompute
@@ -171,15 +172,22 @@ def _run_step(simulation: Simulation, ranks: Sequence[RankStep]) -> float:
     network, began_s = simulation.network, simulation.network.time_s
     # Computing advances last, so that arrived messages advance before its next slice.
     simulation.run(*(partial(operate, index) for index in range(len(ranks[0].operations))),
-                   programs=[lambda net: _computed(network, net.rank, ranks[net.rank].computes)])
+                   programs=[lambda net: _computed(simulation, net.rank, ranks[net.rank].computes)])
     return network.time_s - began_s
 
 
-def _computed(network: SimulatedNetwork, rank: int, computes: Sequence[Compute]) -> Schedule[None]:
+def _computed(simulation: Simulation, rank: int, computes: Sequence[Compute]) -> Schedule[None]:
+    network, on_gpu = simulation.network, simulation.cluster.gpus
     slice_s = max(_SLICE_S, sum(compute.seconds for compute in computes) / _SLICES)
+    gpu_done_s = network.time_s
     for compute in computes:
         yield compute.after
         left_s = compute.seconds
+        if on_gpu:
+            # The GPU waits for operations, but not for the core.
+            gpu_done_s = max(gpu_done_s, network.time_s) if compute.after else gpu_done_s
+            gpu_done_s, left_s = gpu_done_s + left_s, 0.0
+            yield (network.worked(rank, gpu_done_s),)
         while left_s > 0:
             network.work(rank, min(left_s, slice_s), on_own_core=True)
             left_s -= slice_s

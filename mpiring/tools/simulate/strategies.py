@@ -48,12 +48,20 @@ def strategies(profile: Profile) -> list[Strategy]:
 
 # Gradients averaged
 
-def averaged(workload: Workload, step: StepCompute) -> RankStep:
+def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
+    """Run the mpiring algorithm that "auto" uses if nothing was measured.
+
+    It is never MPI's own call, which is modeled separately, see mpich.py.
+    """
+    algorithm = "auto"
+    if call.algorithm_of(x, "mean").name == "native":
+        names = operations.candidates(call.size, len(call.nodes))
+        algorithm = [name for name in names if name != "native"][-1]
+    return call.allreduce(x, op="mean", algorithm=algorithm)
+
+
+def averaged(workload: Workload, step: StepCompute, reduce: VectorBuild = _allreduce) -> RankStep:
     """Return a step of DataParallel: buckets are averaged as soon as they are full."""
-    return _reduced(workload, step, _allreduce)
-
-
-def _reduced(workload: Workload, step: StepCompute, reduce: VectorBuild) -> RankStep:
     planned = RankStep()
     full, last = _backward(planned, workload, step, 0.0)
     if workload.cluster.ranks > 1:
@@ -77,18 +85,6 @@ def _backward(planned: RankStep, workload: Workload, step: StepCompute,
     return flags[:-1], flags[-1]
 
 
-def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
-    """Run the mpiring algorithm that "auto" uses if nothing was measured.
-
-    It is never MPI's own call, which is modeled separately, see mpich.py.
-    """
-    algorithm = "auto"
-    if call.algorithm_of(x, "mean").name == "native":
-        names = operations.candidates(call.size, len(call.nodes))
-        algorithm = [name for name in names if name != "native"][-1]
-    return call.allreduce(x, op="mean", algorithm=algorithm)
-
-
 # Gradients compressed between nodes
 
 def _compressed(codec: CodecPrices, workload: Workload) -> StepTime | None:
@@ -100,7 +96,7 @@ def _compressed(codec: CodecPrices, workload: Workload) -> StepTime | None:
             x, memory.bounds_of(x.size, call.slices),
             lambda net, part, _: _exchange(call, net, part, codec))
 
-    return predict_step(workload, lambda work, step: _reduced(work, step, reduce))
+    return predict_step(workload, partial(averaged, reduce=reduce))
 
 
 def _exchange(call: SimulatedOperation, net: Channel, part: Array,
