@@ -76,6 +76,8 @@ def rendezvous(url: str, timeout: timedelta = default_pg_timeout,
         if "mpiring" in _default_backend():
             _warn_of_other_backends()
         if "gloo" in _default_backend():
+            # Once, however often the program opens groups.
+            atexit.unregister(_free_last_tensors)
             atexit.register(_free_last_tensors)
     raise ConfigError("init_method='mpi://' cannot be used again in one call")
 
