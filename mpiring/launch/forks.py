@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import NoReturn, Protocol
@@ -47,6 +48,8 @@ _mpi_pid = 0
 _STOPPING = signal.SIGUSR1, signal.SIGUSR2
 # Exit status of a fork.
 _status = 0
+# Signals that each thread has blocked, while it forks.
+_blocked = threading.local()
 # Gates to close in a fork. Fast calls check them instead of `in_fork`.
 gates: "weakref.WeakSet[Gate]" = weakref.WeakSet()
 
@@ -57,7 +60,8 @@ def guard(is_finalized: Callable[[], bool]) -> None:
     if not _mpi_pid:
         _mpi_pid = os.getpid()
         set_variables({RANK_PROCESS: str(_mpi_pid)})
-        os.register_at_fork(after_in_child=_begin)
+        os.register_at_fork(
+            before=_hold_signals, after_in_parent=_release_signals, after_in_child=_begin)
         atexit.register(_end, is_finalized)
 
 
@@ -85,6 +89,19 @@ def refuse_calls(rank: int) -> None:
             f"only there; communicate in the main process")
 
 
+def _hold_signals() -> None:
+    """Block all signals until a fork has begun.
+
+    CPython forgets those that arrive in a fork before that, such as SIGTERM from `terminate()`,
+    for which it has a handler in the rank.
+    """
+    _blocked.signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _blocked.signals)
+
+
 def _begin() -> None:
     """Set up a fork: close its gates, and record its exit status."""
     global in_fork
@@ -103,6 +120,7 @@ def _begin() -> None:
         original_exit(status)
 
     sys.exit = exit_    # type: ignore[assignment]
+    _release_signals()
 
 
 def _end(is_finalized: Callable[[], bool]) -> None:

@@ -112,6 +112,26 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_child(arguments):
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
+def test_a_fork_ends_on_sigterm_however_early_it_comes():
+    """As `terminate()` of multiprocessing sends it, which then waits for the fork."""
+    ended = launch(1, "-c", """
+import os, signal, time, mpiring
+from mpiring.resilience import Stopping
+with mpiring.init() as comm, Stopping(comm, signals=[signal.SIGTERM]) as stopping:
+    for _ in range(50):
+        fork = os.fork()
+        if not fork:
+            time.sleep(1)
+            os._exit(7)
+        os.kill(fork, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(fork, 0)[1]) == signal.SIGTERM
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) and not stopping.now()
+print("all is well")""")
+    ended.assert_well(1)
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
 def test_a_signal_to_mpirun_ends_no_child():
     needed("torch")
     # PyTorch warns of more workers than cores.
