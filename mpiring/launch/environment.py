@@ -291,14 +291,17 @@ def children_of(pid: int, proc: Path = Path("/proc")) -> list[int]:
         return []
 
 
-def has_default_action(number: int, pid: int, proc: Path = Path("/proc")) -> bool:
+def has_default_action(number: int, pid: int, proc: Path = Path("/proc"), *,
+                       can_block: bool = True) -> bool:
     """Return whether a process neither blocks nor ignores nor handles a signal.
+
+    If `can_block` is false, it does not matter whether the process blocks the signal.
 
     Python's `signal.getsignal` does not know the handlers of C code, such as faulthandler's.
     """
     try:
         status = _status(proc / str(pid))
-        masks = [int(status[name], 16) for name in ("SigBlk", "SigIgn", "SigCgt")]
+        masks = [int(status[name], 16) for name in ("SigIgn", "SigCgt", *["SigBlk"] * can_block)]
     except (OSError, KeyError):
         # The process has ended or is hidden.
         return False

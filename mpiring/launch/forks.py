@@ -110,7 +110,8 @@ def _begin() -> None:
         gate.fork()
     # Launchers send the signals that stop a rank (resilience.Stopping) also to its forks.
     for number in _STOPPING:
-        if has_default_action(number, os.getpid()):
+        if number not in _blocked.signals and has_default_action(
+                number, os.getpid(), can_block=False):
             signal.signal(number, signal.SIG_IGN)
     original_exit = sys.exit
 
