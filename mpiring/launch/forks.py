@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import NoReturn, Protocol
 
 from ..errors import ClosedError, ConfigError, LaunchError
@@ -48,8 +48,15 @@ _mpi_pid = 0
 _STOPPING = signal.SIGUSR1, signal.SIGUSR2
 # Exit status of a fork.
 _status = 0
-# Signals that each thread has blocked, while it forks.
-_blocked = threading.local()
+
+
+class _Blocked(threading.local):
+    """Signals that this thread had blocked before it forked."""
+
+    signals: Set[int] = frozenset()
+
+
+_blocked = _Blocked()
 # Gates to close in a fork. Fast calls check them instead of `in_fork`.
 gates: "weakref.WeakSet[Gate]" = weakref.WeakSet()
 

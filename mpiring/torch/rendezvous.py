@@ -62,13 +62,15 @@ def rendezvous(url: str, timeout: timedelta = default_pg_timeout,
         _export(comm, address)
         rank, size = comm.rank, comm.size
         prefix = comm.broadcast_object(secrets.token_hex(16), root=0)
-    if listener is None:
-        store = dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
-    else:
-        # The store gets the socket itself, so that no other program can take the port.
-        store = dist.TCPStore(
-            address, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
-            master_listen_fd=listener.detach())
+        # All ranks connect before they close the communicator. Otherwise, rank 0 could free its
+        # store earlier, for example because the back end is missing, and the others would wait.
+        if listener is None:
+            store = dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+        else:
+            # The store gets the socket itself, so that no other program can take the port.
+            store = dist.TCPStore(
+                address, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
+                master_listen_fd=listener.detach())
     try:
         yield dist.PrefixStore(prefix, store), rank, size
     finally:

@@ -81,6 +81,8 @@ def test_a_gate_stays_closed_and_closes_in_a_fork(monkeypatch):
     monkeypatch.setattr(forks, "in_fork", False)
     monkeypatch.setattr("sys.exit", None)
     monkeypatch.setattr(forks, "gates", {counter})
+    # This process is none, and must not ignore these signals from now on.
+    monkeypatch.setattr(forks, "_STOPPING", ())
     forks._begin()
     assert counter.gate == GATE_CLOSED | GATE_FORKED
     # The thread that held it is not in the fork.
